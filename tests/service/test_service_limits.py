@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sqlalchemy import delete
 
 from motet.chat.completer import whole
 from motet.client import Client
@@ -28,6 +29,7 @@ from motet.runtime.journal import Done
 from motet.runtime.slots import Rule
 from motet.service.answers import Asks, ask
 from motet.service.database.store import Store
+from motet.service.database.tables import Key
 from motet.service.events import EventBus
 from motet.service.http.auth import RateLimit
 from motet.service.http.open_bytes import OpenBytes
@@ -198,6 +200,47 @@ def test_usage_is_kept_once_and_told_by_job_day_and_tenant(store: Store) -> None
     assert ledger.page(us.tenant_id)[0][1].device_seconds == pytest.approx(1.500005)
 
 
+def test_usage_is_told_by_key_and_sums_to_that_of_the_tenant(store: Store) -> None:
+    ledger = Ledger(store, lambda: DAY)
+    ann, bob = (store.tenants.who(store.tenants.create_key("us", name, "member")[1]) for name in ("ann", "bob"))
+    assert ann is not None
+    assert bob is not None
+    sort = queued(store, ann, "sort", {}, 3, None)
+    data = {"tokens_sampled": 10, "tokens_trained": 20}
+    store.add_event(sort.id, "step", "0", data, ledger.step(sort.id, data))
+    answers = f"answers/{ann.tenant_id}"
+    assert ledger.window("e", 1, {answers: 5})  # before anybody is known
+    for who, prompt, sampled in ((ann, 25, 5), (bob, 6, 4)):
+        ledger.count_completion(ann.tenant_id, "", prompt, sampled, who.account or "")
+    assert ledger.window("e", 2, {answers: 1_000_000, sort.id: 500_000})
+    assert ledger.window("e", 3, {answers: 400})  # as the last that were counted
+    ledger.count_cpu(ann.tenant_id, 2.0)
+    ledger.flush()
+
+    def lines() -> list[tuple[Any, ...]]:
+        return [
+            (one.submitter, one.tokens_prompt, one.tokens_sampled, one.tokens_trained, round(1e6 * one.device_seconds))
+            for one in ledger.page(ann.tenant_id, ["key"])[0]
+        ]
+
+    known = {(None, 0, 0, 0, 5), ("ann", 25, 15, 20, 500_000 + 750_000 + 300), ("bob", 6, 4, 0, 250_000 + 100)}
+    assert set(lines()) == known
+    (whole,) = ledger.page(ann.tenant_id, ["tenant"])[0]
+    assert sum(one[4] for one in known) == round(1e6 * whole.device_seconds)
+    with store.transaction() as session:
+        session.execute(delete(Key))
+    assert set(lines()) == {(bob.account if one[0] == "bob" else one[0], *one[1:]) for one in known}
+    every = ledger.page(None, ["job", "key", "base"], called=lambda base: base)[0]
+    found, after = list[UsageLine](), ""
+    for _ in every:
+        (line,), more = ledger.page(None, ["job", "key", "base"], None, None, lambda base: base, after, 1)
+        found, after = [*found, line], more or "the end"
+    assert (found, len(found), after) == (every, 4, "the end")
+    store.delete_job(sort.id)
+    assert ledger.window("e", 4, {sort.id: 7})
+    assert {round(1e6 * one.device_seconds) for one in ledger.page(None, ["job", "key"])[0] if one.job} == {500_007}
+
+
 def test_many_writers_at_once_lose_nothing_of_the_ledger(store: Store) -> None:
     ledger = Ledger(store)
     us = person(store, "us")
@@ -226,6 +269,7 @@ def test_usage_over_http(house: House) -> None:
     assert own == {
         "day": None, "tenant": "us", "job": job, "name": "ended", "kind": "job", "tokens_prompt": 0,
         "tokens_sampled": 10, "tokens_trained": 20, "device_seconds": 2.0, "cpu_seconds": 0.0, "base": None,
+        "submitter": None, "account": None,
     }  # fmt: skip
     assert house.ask("GET", "/v1/usage", "theirs").json()["data"] == []
     assert house.ask("GET", "/v1/usage?tenant=us").json()["data"] == [own]
@@ -239,6 +283,7 @@ def test_usage_over_http(house: House) -> None:
     assert house.ask("GET", "/v1/usage?tenant=us", "admin").json()["data"] == [own]
     assert house.ask("GET", "/v1/usage?since=2999-01-01", "admin").json()["data"] == []
     assert house.ask("GET", "/v1/usage?by=tenant").json()["data"][0]["kind"] == "all"
+    assert [one["submitter"] for one in house.ask("GET", "/v1/usage?by=key").json()["data"]] == ["ours"]
     table = house.ask("GET", "/v1/usage?format=csv", "admin")
     assert table.headers["content-type"].startswith("text/csv")
     rows = list(csv.DictReader(io.StringIO(table.text)))

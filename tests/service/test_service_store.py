@@ -125,7 +125,7 @@ def test_a_new_database_has_the_tables_and_can_be_opened_again(url: str) -> None
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
         assert set(inspect(connection).get_table_names()) == {*Table.metadata.tables, "alembic_version"}
-        assert context.get_current_revision() == "0005"
+        assert context.get_current_revision() == "0006"
         assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
     engine.dispose()
 
@@ -154,7 +154,7 @@ def test_a_database_from_before_races_gets_their_table_and_keeps_its_jobs(url: s
     with engine.begin() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
-        assert context.get_current_revision() == "0005"
+        assert context.get_current_revision() == "0006"
     engine.dispose()
 
 
@@ -198,7 +198,7 @@ def test_a_database_of_the_last_release_keeps_its_rows_and_its_tenants_have_no_n
     with engine.begin() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
-        assert context.get_current_revision() == "0005"
+        assert context.get_current_revision() == "0006"
     engine.dispose()
 
 

@@ -43,7 +43,7 @@ class TenantMethods(Connection):
     async def usage(
         self, by: Sequence[By] = ("job",), since: Day = None, until: Day = None, tenant: str | None = None
     ) -> list[UsageLine]:
-        """Tokens and device time by job, day or tenant, from a day to another (both included, UTC); admins see all tenants."""
+        """Tokens and device time by job, day, tenant, base or key, with both days (UTC); admins see all tenants."""
         params = _usage_params(by, since, until, tenant)
         return [line async for line in self._all_pages(UsageReport, "/v1/usage", **params)]
 

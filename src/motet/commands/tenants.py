@@ -29,6 +29,7 @@ class _By(StrEnum):
     DAY = "day"
     TENANT = "tenant"
     BASE = "base"
+    KEY = "key"
 
 
 class _Right(StrEnum):
@@ -54,7 +55,7 @@ def usage(
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Show the tokens and device time that a service used, by job unless you set --by."""
+    """Show the tokens and device time that a service used, by job unless you set --by; --by key is by person or key."""
     groups: list[By] = [one.value for one in by or [_By.JOB]]
     with motet.Client(url, key) as client:
         if as_csv:
@@ -62,11 +63,18 @@ def usage(
             return
         lines = client.usage(groups, since, until, tenant)
     days, based = any(line.day for line in lines), any(line.base for line in lines)
+    named = "key" in groups
     rows = [
-        ([line.day or ""] if days else []) + _usage_cells(line) + ([line.base or ""] if based else []) for line in lines
+        ([line.day or ""] if days else [])
+        + _usage_cells(line)
+        + ([line.base or ""] if based else [])
+        + ([line.submitter or "–"] if named else [])
+        for line in lines
     ]
-    headings = ("day, " if days else "") + "tenant, job, >prompts, >sampled, >trained, >device, >cpu" + ", base" * based
-    print_answer(lines, as_json, table(rows, headings, empty="nothing was used", folds=("job", "tenant", "base")))
+    headings = ("day, " if days else "") + "tenant, job, >prompts, >sampled, >trained, >device, >cpu"
+    headings += ", base" * based + ", by" * named
+    folds = ("job", "tenant", "base", "by")
+    print_answer(lines, as_json, table(rows, headings, empty="nothing was used", folds=folds))
 
 
 def _usage_cells(line: UsageLine) -> list[str]:

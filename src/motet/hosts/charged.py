@@ -23,6 +23,8 @@ class Bill:
     charged: Charged
     read: int = 0
     sampled: int = 0
+    account: str = ""
+    """Whose the answer is within the tenant."""
 
     def hear(self, answer: m.Answer) -> tuple[int, int]:
         """The tokens of an answer that are not charged yet, which are from now on: (read, sampled)."""

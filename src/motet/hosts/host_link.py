@@ -57,8 +57,8 @@ class HostHandlers:
     score: Callable[[m.ScoreRequest], Awaitable[m.ScoresAnswered]] = _nobody_scores
     rest: Callable[[str, bool], None] = lambda job, wanted: None
     """Whether a job stops waiting as soon as no scorer is connected."""
-    tokens: Callable[[str, str, int, int], None] = lambda tenant, base, read, sampled: None
-    """(tenant, base, read, sampled): tokens of a tenant's completions."""
+    tokens: Callable[[str, str, int, int, str], None] = lambda tenant, base, read, sampled, account: None
+    """(tenant, base, read, sampled, account): tokens of a tenant's completions."""
     obeyed: Callable[[str], None] = lambda job: None
     """A command of a job's client is done."""
     episode: Callable[[HostLink, e.OfferEpisode], Awaitable[e.EpisodeEnded]] = _no_agents
@@ -160,7 +160,7 @@ class HostLink:
         key, answers = next(self._keys), asyncio.Queue[m.Answer]()
         self._open[key] = answers
         if isinstance(question, m.Complete):
-            self._payers[key] = Bill(question.tenant, charged or Charged())
+            self._payers[key] = Bill(question.tenant, charged or Charged(), account=question.account)
         done = False
         try:
             self.send(replace(question, key=key))
@@ -179,7 +179,7 @@ class HostLink:
     def hear(self, answer: m.Answer) -> None:
         """Charge an answer's tokens, and pass it on unless its question is abandoned."""
         if self._handlers is not None and (payer := self._payers.get(answer.key)) is not None:
-            self._handlers.tokens(payer.tenant, self.base, *payer.hear(answer))
+            self._handlers.tokens(payer.tenant, self.base, *payer.hear(answer), payer.account)
         if isinstance(answer, m.Answered | m.QuestionRefused):
             self._payers.pop(answer.key, None)
         if (answers := self._open.get(answer.key)) is not None:

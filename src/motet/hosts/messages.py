@@ -134,6 +134,7 @@ class Complete(ChannelMessage, frozen=True):
     base: str = ""
     """The name of the base that answers, with or without an adapter."""
     key: int = 0
+    account: str = ""  # whose tokens they are within the tenant; hosts do not read it
 
 
 class ExamineAdapter(ChannelMessage, frozen=True):

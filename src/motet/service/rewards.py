@@ -59,7 +59,7 @@ class Grading(Graders):
             answerer = answerers[judge.model]
             if isinstance(answerer, str):
                 raise EngineError(answerer)
-            return await self._ask(who.tenant_id, answerer, judge, messages)
+            return await self._ask(who, answerer, judge, messages)
 
         return await self.graded(who.tenant_id, grader, item, outputs, asked)
 
@@ -67,7 +67,7 @@ class Grading(Graders):
         self, job: StoredJob, spec: Mapping[str, Any], problem: Mapping[str, Any], outputs: Sequence[str]
     ) -> list[ScoreOrReason]:
         """Scores of a job's answers to a problem (as plain values); a reason for each missing score."""
-        who = Principal.member_of(job.tenant_id)
+        who = Principal.member_of(job.tenant_id, job.account)
         graded = await self.grade(who, parse(spec), item_of(msgspec.convert(problem, Problem)), outputs)
         return [score_or_reason(one) for one in graded]
 
@@ -86,9 +86,9 @@ class Grading(Graders):
         return answerers
 
     async def _ask(
-        self, tenant: str, asked: Answerer, judge: Judge, messages: Sequence[Mapping[str, str]]
+        self, who: Principal, asked: Answerer, judge: Judge, messages: Sequence[Mapping[str, str]]
     ) -> tuple[str, int]:
-        """The judge's answer, and its tokens, which are charged to `tenant`."""
+        """The judge's answer, and its tokens, which are charged to `who`."""
         sampling = judge.sampling_params or JudgeSampling()
         seed = sampling.seed
         if seed is None:  # in a thread: they may have a million letters
@@ -100,9 +100,9 @@ class Grading(Graders):
         )
         adapter = None if asked.directory is None else str(asked.directory)
         question = Complete(
-            tenant, adapter, n=1, seed=seed, stream=False, logprobs=False, sampling=params,
+            who.tenant_id, adapter, n=1, seed=seed, stream=False, logprobs=False, sampling=params,
             messages=[Message(one["role"], one["content"]) for one in messages], base=asked.base,
-            template=dict(asked.template),
+            template=dict(asked.template), account=who.account or "",
         )  # fmt: skip
         read, pieces = await ask(self._asks, question)
         (answer,) = await whole(pieces)

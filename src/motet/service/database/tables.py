@@ -275,7 +275,7 @@ class Usage(Table):
 
     __tablename__ = "usage"
     __table_args__ = (
-        UniqueConstraint("day", "tenant_id", "job_id", "base", name="usage_once"),
+        UniqueConstraint("day", "tenant_id", "job_id", "base", "account", name="usage_once"),
         Index("usage_of_tenant", "tenant_id", "day"),
     )
     id: Mapped[int] = mapped_column(BIG, primary_key=True, autoincrement=True)
@@ -294,6 +294,8 @@ class Usage(Table):
     """CPU time of rewards, graders and preparations."""
     base: Mapped[str] = mapped_column(Text, default="")
     """The name of the base, as for a job; empty for None."""
+    account: Mapped[str] = mapped_column(String(40), default="", server_default=text("''"))
+    """That of the job, or whose completions they were, as in `Submitted`; empty for None."""
 
 
 class MeterReading(Table):

@@ -56,9 +56,9 @@ class Principal:
     """Both as in `Submitted`."""
 
     @classmethod
-    def member_of(cls, tenant_id: str) -> Principal:
+    def member_of(cls, tenant_id: str, account: str | None = None) -> Principal:
         """A tenant as principal, without a key, for internal requests on its behalf."""
-        return cls(tenant_id, "", "", "member")
+        return cls(tenant_id, "", "", "member", account=account)
 
     @property
     def submitted(self) -> dict[str, str | None]:

@@ -118,7 +118,8 @@ class Sampled(Nullable):
         seed = self.seed if self.seed is not None else time.time_ns()
         adapter = None if asked.directory is None else str(asked.directory)
         template = dict(asked.template)
-        return Complete(who.tenant_id, adapter, 1, seed, False, False, sampling, base=asked.base, template=template)
+        about: dict[str, Any] = {"base": asked.base, "template": template, "account": who.account or ""}
+        return Complete(who.tenant_id, adapter, 1, seed, False, False, sampling, **about)
 
 
 class ServedChat(ChatFormat, Sampled):

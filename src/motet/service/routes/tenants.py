@@ -163,7 +163,7 @@ def usage(
     who: Asker,
     service: ServiceDep,
     by: Annotated[
-        list[By], Query(max_length=4, description="How to group the lines: job (default), day, tenant, base.")
+        list[By], Query(max_length=5, description="How to group the lines: job (default), day, tenant, base, key.")
     ] = ["job"],  # noqa: B006 - FastAPI copies it
     since: Annotated[date | None, Query(description="The first day (UTC).")] = None,
     until: Annotated[date | None, Query(description="The last day (UTC).")] = None,

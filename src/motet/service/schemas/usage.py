@@ -9,7 +9,7 @@ from pydantic import Field
 from motet.config.service import LimitsConfig
 from motet.service.schemas import Answer, Asked
 
-By = Literal["job", "day", "tenant", "base"]
+By = Literal["job", "day", "tenant", "base", "key"]
 """Grouping of a usage report."""
 
 
@@ -31,11 +31,16 @@ class UsageLine(Answer):
     tokens_sampled: int
     tokens_trained: int
     device_seconds: float
-    """Device time. An admin's lines, including idle ones, sum to the time that the engine was running."""
+    """Device time. An admin's lines, including idle ones, sum to the time that the engine was running. That of a tenant's
+    completions is divided among its keys by tokens."""
     cpu_seconds: float = 0.0
     """CPU time of rewards, graders, schemas, uploads and preparations of jobs."""
     base: str | None = None
     """The base; with `by=base`, and for each job if the service has several."""
+    submitter: str | None = None
+    """Name of the person or key; only with `by=key`. Null for CPU time of graders and uploads, and what is not known."""
+    account: str | None = None
+    """Their id; only with `by=key`."""
 
 
 class UsageReport(Answer):

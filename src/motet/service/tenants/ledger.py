@@ -1,9 +1,10 @@
-"""The usage ledger: tokens and device time by day, tenant and job.
+"""The usage ledger: tokens and device time by day, tenant, job and account.
 
 Tokens are counted when they are sampled or trained, whether or not their step ends. A step's event counts what is left of
 it in its own transaction, and events are stored once. Work repeated after a crash reports smaller totals, so it counts once;
 work repeated because a failed job was resumed counts again.
-Device time arrives in numbered windows, and each window is stored once.
+Device time arrives in numbered windows, and each window is stored once. That of a tenant's completions is divided among
+accounts by the tokens that were counted meanwhile.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from typing import Any, Literal
@@ -21,9 +22,9 @@ from sqlalchemy import bindparam, case, event, func, or_, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from motet.runtime.device_usage import COMPLETIONS, IDLE
+from motet.runtime.device_usage import COMPLETIONS, IDLE, apportion
 from motet.service.database.store import AWAY, Store, find_job
-from motet.service.database.tables import MeterReading, StoredJob, Tenant, Usage
+from motet.service.database.tables import Key, MeterReading, StoredJob, Tenant, Usage
 from motet.service.schemas.usage import By, UsageLine
 
 _WORKED = "worked/"
@@ -41,9 +42,9 @@ _USED = (
 )
 _USED_BY = _USED.where(Usage.tenant_id.in_(bindparam("tenants", expanding=True)))
 """Made once: most chats ask it."""
-PLACE = r"^([0-9-]{0,10}/[01][^/]{0,100}/[^/]{0,40}/.{0,1000})?$"
-"""A place among lines of usage: the day, the tenant, the job and the base after which to go on."""
-_PLACE = ("day", "whose", "job", "called")
+PLACE = r"^([0-9-]{0,10}/[01][^/]{0,100}/[^/]{0,40}/[^/]{0,40}/.{0,1000})?$"
+"""A place among lines of usage: the day, the tenant, the job, the account and the base after which to go on."""
+_PLACE = ("day", "whose", "job", "account", "called")
 
 
 def today() -> str:
@@ -70,8 +71,10 @@ class Ledger:
         self._lately: dict[str, tuple[float, tuple[str, int], UsedToday]] = {}
         """When the usage of a tenant was read, on which day and after how many changes, and what it was."""
         self._counting = threading.Lock()
-        self._counted: dict[tuple[str, str], tuple[int, int]] = {}
-        """Tokens of completions not yet stored, by tenant id and base: (prompt, sampled)."""
+        self._counted: dict[tuple[str, str, str], tuple[int, int]] = {}
+        """Tokens of completions not yet stored, by tenant id, base and account: (prompt, sampled)."""
+        self._weights: dict[tuple[str, str], tuple[Mapping[str, int], Counter[str]]] = {}
+        """Tokens of completions by account, by tenant id and base: in the last window that had some, and since the last one."""
         self._graded = Counter[str]()
         """CPU microseconds of graders not yet stored, by tenant id."""
 
@@ -88,7 +91,7 @@ class Ledger:
                 counts["tokens_sampled"] = max(0, sampled - before)
                 if before:
                     _set_reading(session, _SAMPLED + job.id, max(0, before - sampled))
-                self._add(session, [((job.tenant_id, job.id, job.name, job.base or ""), counts)])
+                self._add(session, [(_owner(job), counts)])
 
         return add
 
@@ -105,7 +108,7 @@ class Ledger:
             if step >= job.step and sampled > before:  # earlier steps are repeated after a crash
                 counts["tokens_sampled"] = sampled - before
                 _set_reading(session, _SAMPLED + job_id, sampled)
-            self._add(session, [((job.tenant_id, job.id, job.name, job.base or ""), counts)])
+            self._add(session, [(_owner(job), counts)])
 
     def begin_again(self, job_id: str) -> None:
         """A failed job is resumed: a host counts its unfinished work from 0, all of it new."""
@@ -138,19 +141,33 @@ class Ledger:
             owners = _owners(session, [name for name in names if name.startswith("job-")])
             more = list[tuple[_Owner, Mapping[str, int]]]()
             for name in names:
-                owner = owners.get(name, ("", "" if name == IDLE else name, "", base))
+                kinds = zip(("microseconds", "cpu_microseconds", "tokens_prompt"), counts, strict=True)
+                used = {kind: count[name] for kind, count in kinds}
                 if name.startswith(COMPLETIONS):
-                    owner = (name.removeprefix(COMPLETIONS), "", "", base)
-                kinds = ("microseconds", "cpu_microseconds", "tokens_prompt")
-                more.append((owner, {kind: count[name] for kind, count in zip(kinds, counts, strict=True)}))
+                    more += self._by_account(name.removeprefix(COMPLETIONS), base, used)
+                else:
+                    more.append((owners.get(name, ("", "" if name == IDLE else name, "", base, "")), used))
             self._add(session, more)
         return True
 
-    def count_completion(self, tenant_id: str, base: str, prompt: int, sampled: int) -> None:
+    def _by_account(self, tenant_id: str, base: str, used: Mapping[str, int]) -> list[tuple[_Owner, Mapping[str, int]]]:
+        """What a tenant's completions used in a window, divided by the tokens that were counted meanwhile."""
+        with self._counting:
+            before, since = self._weights.get((tenant_id, base), ({"": 1}, Counter()))
+            weights = +since or before
+            self._weights[tenant_id, base] = weights, Counter()
+        parts = {kind: apportion(total, weights) for kind, total in used.items()}
+        return [
+            ((tenant_id, "", "", base, account), {kind: part[account] for kind, part in parts.items()})
+            for account in sorted(weights)
+        ]
+
+    def count_completion(self, tenant_id: str, base: str, prompt: int, sampled: int, account: str = "") -> None:
         """Count tokens of a completion until `flush` stores them."""
         with self._counting:
-            before = self._counted.get((tenant_id, base), (0, 0))
-            self._counted[tenant_id, base] = (before[0] + prompt, before[1] + sampled)
+            before = self._counted.get((tenant_id, base, account), (0, 0))
+            self._counted[tenant_id, base, account] = (before[0] + prompt, before[1] + sampled)
+            self._weights.setdefault((tenant_id, base), ({"": 1}, Counter()))[1][account] += prompt + sampled
 
     def count_cpu(self, tenant_id: str, seconds: float) -> None:
         """Count CPU time of a tenant's graders until `flush` stores it."""
@@ -160,7 +177,7 @@ class Ledger:
     def keep_owner(self, job: StoredJob) -> None:
         """Store a line without usage of a job that is deleted: what is reported later finds its tenant by it."""
         with self._store.transaction() as session:
-            owner = {"tenant_id": job.tenant_id, "job_id": job.id, "job_name": job.name, "base": job.base or ""}
+            owner = dict(zip(_OWNER, _owner(job), strict=True))
             line = _insert(session)(Usage).values(day=self.day(), **owner, **dict.fromkeys(_COUNTS, 0))
             session.execute(line.on_conflict_do_nothing())
 
@@ -174,17 +191,21 @@ class Ledger:
         try:
             with self._store.transaction() as session:
                 more = [
-                    ((tenant, "", "", base), {"tokens_prompt": prompt, "tokens_sampled": sampled})
-                    for (tenant, base), (prompt, sampled) in sorted(counted.items())
+                    ((tenant, "", "", base, account), {"tokens_prompt": prompt, "tokens_sampled": sampled})
+                    for (tenant, base, account), (prompt, sampled) in sorted(counted.items())
                 ]
                 self._add(session, more)
-                cpu = [((tenant, "", "", ""), {"cpu_microseconds": graded[tenant]}) for tenant in sorted(graded)]
+                cpu = [((tenant, "", "", "", ""), {"cpu_microseconds": graded[tenant]}) for tenant in sorted(graded)]
                 self._add(session, cpu)
         except AWAY:
             with self._counting:
                 self._graded.update(graded)
-            for asked, tokens in counted.items():
-                self.count_completion(*asked, *tokens)  # kept for the next call, when the database may be back
+            for (
+                tenant,
+                base,
+                account,
+            ), tokens in counted.items():  # kept for the next call, when the database may be back
+                self.count_completion(tenant, base, *tokens, account)
             raise
 
     def used_today(self, *tenants: str) -> dict[str, UsedToday]:
@@ -205,23 +226,22 @@ class Ledger:
             used = self.used_today(tenant_id).get(tenant_id, UsedToday())
             self._lately[tenant_id] = read, state, used
         with self._counting:  # else they would be neither open nor used
-            counted = sum(sum(tokens) for (whose, _), tokens in self._counted.items() if whose == tenant_id)
+            counted = sum(sum(tokens) for (whose, *_), tokens in self._counted.items() if whose == tenant_id)
         return replace(used, tokens=used.tokens + counted)
 
     def _add(self, session: Session, more: Sequence[tuple[_Owner, Mapping[str, int]]]) -> None:
         """Add to rows in this order, creating those that are not there: one statement for all of them."""
         rows = [
             {
-                "day": self.day(), "tenant_id": tenant, "job_id": job, "job_name": name, "base": base,
-                **dict.fromkeys(_COUNTS, 0), **counts,
+                "day": self.day(), **dict(zip(_OWNER, owner, strict=True)), **dict.fromkeys(_COUNTS, 0), **counts,
             }
-            for (tenant, job, name, base), counts in more
+            for owner, counts in more
             if any(counts.values())
         ]  # fmt: skip
         if rows:
             statement = _insert(session)(Usage)
             sums = {name: getattr(Usage, name) + getattr(statement.excluded, name) for name in _COUNTS}
-            once = ["day", "tenant_id", "job_id", "base"]
+            once = ["day", "tenant_id", "job_id", "base", "account"]
             session.execute(statement.on_conflict_do_update(index_elements=once, set_=sums), rows)
         event.listen(session, "after_commit", self._changed, once=True)
 
@@ -259,6 +279,7 @@ class Ledger:
             **({"day": Usage.day} if "day" in by else {}),
             "whose": case((Tenant.name.is_(None), "1"), else_="0" + Tenant.name),  # idle time last
             **({"job": Usage.job_id} if "job" in by else {}),
+            **({"account": Usage.account} if "key" in by else {}),
         }
         with self._store.transaction() as session:
             if called is not None:
@@ -266,7 +287,7 @@ class Ledger:
                 names = {base: called(base) for base in stored} or {"": ""}
                 place["called"] = case(names, value=Usage.base, else_="")
             sums = [func.sum(getattr(Usage, name)).label(name) for name in _COUNTS]
-            query = select(Tenant.name, func.max(Usage.job_name).label("job_name"), *sums)
+            query = select(Usage.tenant_id, Tenant.name, func.max(Usage.job_name).label("job_name"), *sums)
             query = query.add_columns(*(column.label(name) for name, column in place.items()))
             query = query.outerjoin(Tenant, Tenant.id == Usage.tenant_id).where(*wanted)
             groups = [name if name == "called" else column for name, column in place.items() if name != "whose"]
@@ -275,12 +296,25 @@ class Ledger:
                 known = dict(zip(_PLACE, after.split("/", len(_PLACE) - 1), strict=True))
                 query = query.where(tuple_(*place.values()) > tuple_(*(known[name] for name in place)))
             rows = [row._mapping for row in session.execute(query.order_by(*place).limit(limit + 1))]
+            names = _names(session, {(row["tenant_id"], row["account"]) for row in rows if row.get("account")})
         following = "/".join(rows[limit - 1].get(name, "") for name in _PLACE) if len(rows) > limit else None
-        return [_line(row, by) for row in rows[:limit]], following
+        return [_line(row, by, names) for row in rows[:limit]], following
 
 
-def _line(row: Mapping[Any, Any], by: Sequence[By]) -> UsageLine:
-    job = str(row.get("job") or "")
+def _names(session: Session, whose: Collection[tuple[str, str]]) -> dict[str, str]:
+    """Names of people and keys by tenant id and account; of those whose keys are gone, from their jobs."""
+    names, left = dict[str, str](), {account for _, account in whose}
+    for table in (Key, StoredJob):
+        if left:
+            named = select(table.account, func.max(table.submitter)).group_by(table.account)
+            found = named.where(table.tenant_id.in_({tenant for tenant, _ in whose}), table.account.in_(left))
+            names |= {str(row[0]): str(row[1]) for row in session.execute(found)}
+            left -= names.keys()
+    return names
+
+
+def _line(row: Mapping[Any, Any], by: Sequence[By], names: Mapping[str, str]) -> UsageLine:
+    job, account = str(row.get("job") or ""), str(row.get("account") or "")
     kind: Literal["job", "completions", "idle", "all"] = "job" if job else "completions"
     if row["name"] is None and not job:
         kind = "idle"
@@ -298,6 +332,8 @@ def _line(row: Mapping[Any, Any], by: Sequence[By]) -> UsageLine:
         device_seconds=int(row["microseconds"]) / 1e6,
         cpu_seconds=int(row["cpu_microseconds"]) / 1e6,
         base=row.get("called"),
+        submitter=names.get(account, account) or None,
+        account=account or None,
     )
 
 
@@ -306,8 +342,13 @@ def _insert(session: Session) -> Any:
     return postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
 
 
-_Owner = tuple[str, str, str, str]
-"""Tenant id, job id, job name, base."""
+_Owner = tuple[str, str, str, str, str]
+_OWNER = ("tenant_id", "job_id", "job_name", "base", "account")
+"""Its columns."""
+
+
+def _owner(job: StoredJob) -> _Owner:
+    return job.tenant_id, job.id, job.name, job.base or "", job.account or ""
 
 
 def _is_new(session: Session, engine: str, number: int) -> bool:
@@ -337,8 +378,10 @@ def _set_reading(session: Session, name: str, value: int) -> None:
 
 def _owners(session: Session, jobs: Sequence[str]) -> dict[str, _Owner]:
     """Owners of jobs; for deleted jobs, from their usage."""
-    columns = (StoredJob.tenant_id, StoredJob.id, StoredJob.name, StoredJob.base)
-    known = (Usage.tenant_id, Usage.job_id, Usage.job_name, Usage.base)
+    columns = (StoredJob.tenant_id, StoredJob.id, StoredJob.name, StoredJob.base, StoredJob.account)
+    known = (Usage.tenant_id, Usage.job_id, Usage.job_name, Usage.base, Usage.account)
     before = session.execute(select(*known).where(Usage.job_id.in_(jobs)).distinct()).all()
     there = session.execute(select(*columns).where(StoredJob.id.in_(jobs))).all()
-    return {str(row[1]): (str(row[0]), str(row[1]), str(row[2]), row[3] or "") for row in (*before, *there)}
+    return {
+        str(row[1]): (str(row[0]), str(row[1]), str(row[2]), row[3] or "", row[4] or "") for row in (*before, *there)
+    }

@@ -274,4 +274,5 @@ def question(who: Principal, sampler: Sampler, wanted: Sample) -> Complete:
         prompt_top=wanted.topk_prompt_logprobs,
         within_room=given.max_tokens is None,
         base=sampler.base,
+        account=who.account or "",
     )
