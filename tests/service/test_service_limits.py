@@ -42,7 +42,7 @@ from motet.service.tinker.requests import Sample
 from motet.service.tinker.samplers import Samplers
 from tests.support.database import person, queued
 from tests.support.house import House, open_house, statements
-from tests.support.service_run import Json, tiny
+from tests.support.service_run import ROWS, Json, tiny
 from tests.support.tinker_requests import journal, made, request
 from tests.support.tinker_requests import sent as sent_gradient
 from tests.support.tinker_run import job_of
@@ -295,6 +295,34 @@ def test_usage_over_http(house: House) -> None:
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_member_sees_what_is_left_of_their_tenants_limits(house: House) -> None:
+    _, house.keys["member"] = house.store.tenants.create_key("few", "member", "member")
+    limits = {
+        "queued_jobs": 3,
+        "running_jobs": 1,
+        "tokens_per_day": 100,
+        "storage_mb": 50.0,
+        "device_seconds_per_day": None,
+    }
+    assert house.ask("PUT", "/v1/tenants/few/limits", "admin", json=limits).is_success
+    before = house.ask("GET", "/v1/limits", "member").json()["left"]
+    assert (before["queued_jobs"], before["running_jobs"], before["device_seconds_per_day"]) == (4, 1, None)
+    assert 49.9 < before["storage_mb"] <= 50
+    for number in range(before["queued_jobs"]):
+        assert house.ask("POST", "/v1/jobs", "member", json=tiny(f"few-{number}")).status_code == 201
+    assert house.ask("POST", "/v1/files", "member", files={"file": ("rows.jsonl", ROWS)}).status_code == 201
+    tenant = house.store.tenants.made("few").id
+    house.part(Ledger).count_completion(tenant, "", 60, 30)
+    house.part(Ledger).flush()
+    after = house.ask("GET", "/v1/limits", "member").json()["left"]
+    assert (after["queued_jobs"], after["tokens_per_day"]) == (0, 10)
+    assert after["storage_mb"] < before["storage_mb"]
+    assert "queued_jobs" in house.refused(429, "POST", "/v1/jobs", "member", json=tiny("few-more"))["message"]
+    house.part(Ledger).count_completion(tenant, "", 60, 30)
+    house.part(Ledger).flush()
+    assert house.ask("GET", "/v1/limits", "member").json()["left"]["tokens_per_day"] == 0
 
 
 def test_defaults_hold_until_an_admin_sets_something_else(house: House) -> None:

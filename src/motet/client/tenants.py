@@ -55,7 +55,7 @@ class TenantMethods(Connection):
         return (await self._send("GET", "/v1/usage", params=params)).content.decode()
 
     async def limits(self) -> TenantInfo:
-        """Limits and usage of your tenant."""
+        """Limits and usage of your tenant, and what is left of them."""
         return await self._ask(TenantInfo, "GET", "/v1/limits")
 
     async def tenants(self) -> list[TenantInfo]:

@@ -16,7 +16,7 @@ HEADINGS = {
     "Use and compare the results": ("chat", "export", "eval", "compare", "diff", "replay", "fork", "probe"),
     "Work with a service": (
         "login", "logout", "submit", "ls", "show", "logs", "delete", "pull", "push", "adapters", "share", "unshare", "shares",
-        "rewards", "score", "agent", "usage",
+        "rewards", "score", "agent", "usage", "limits",
     ),
     "Run a service or servers": ("serve", "keys", "tenants", "audit", "backup", "restore"),
 }  # fmt: skip

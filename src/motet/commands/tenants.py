@@ -1,4 +1,4 @@
-"""`motet usage`, `tenants` and `keys`: usage of a service, limits of tenants, and keys."""
+"""`motet usage`, `limits`, `tenants` and `keys`: usage of a service, limits of tenants, and keys."""
 
 from __future__ import annotations
 
@@ -88,6 +88,22 @@ def _usage_cells(line: UsageLine) -> list[str]:
         *(f"{n:,}" for n in tokens),
         *map(duration_text, (line.device_seconds, line.cpu_seconds)),
     ]
+
+
+@app.command(epilog="Example: motet limits")
+def limits(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
+    """Show the limits of your tenant on a service, and what is left of them."""
+    with motet.Client(url, key) as client:
+        info = client.limits()
+    rows = [
+        (name, "none" if most is None else _number(most), _number(info.left.get(name)))
+        for name, most in info.limits.model_dump().items()
+    ]
+    print_answer(info, as_json, table(rows, "limit, >most, >left", empty=""))
+
+
+def _number(value: str | float | None) -> str:
+    return f"{value:,.1f}".removesuffix(".0") if isinstance(value, int | float) else value or ""
 
 
 tenants = typer.Typer(

@@ -148,7 +148,7 @@ def erase(who: Admin, service: ServiceDep, response: Response, tenant: str) -> E
 
 @router.get("/limits", tags=["tenants"])
 def own_limits(who: Asker, service: ServiceDep) -> TenantInfo:
-    """Get the limits and usage of the requester's tenant."""
+    """Get the limits and usage of the requester's tenant, and what is left of them."""
     return service.quotas.used(who.tenant)[0]
 
 

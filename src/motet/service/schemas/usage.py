@@ -71,6 +71,23 @@ class TenantInfo(Answer):
     """CPU time of rewards, graders, schemas, uploads and preparations of jobs."""
     stored_bytes: int
     """All stored data of the tenant, as counted by `storage_mb`."""
+    left: dict[str, int | float | None] = {}
+    """What is left of the limits that are used up; null without a limit. Of `queued_jobs`: how many may be submitted now."""
+
+    def with_left(self, slots: int) -> TenantInfo:
+        """The same with `left`; `slots` is the number of concurrent jobs of all tenants."""
+        at_once = min(self.limits.running_jobs or slots, slots)
+        used: dict[str, float] = {
+            "running_jobs": self.running,
+            "queued_jobs": self.running + self.waiting - at_once,
+            "tokens_per_day": self.tokens_today,
+            "device_seconds_per_day": self.device_seconds_today,
+            "cpu_seconds_per_day": self.cpu_seconds_today,
+            "storage_mb": self.stored_bytes / 2**20,
+        }
+        most = {name: getattr(self.limits, name) for name in used}
+        left = {name: None if most[name] is None else max(0, most[name] - n) for name, n in used.items()}
+        return self.model_copy(update={"left": left})
 
 
 class Tenants(Answer):

@@ -102,12 +102,9 @@ class Quotas:
             rows = [(row[0], row[1]) for row in session.execute(query.order_by(Tenant.name).limit(limit))]
         ids = [tenant.id for tenant, _ in rows]
         today, stored, jobs = self._ledger.used_today(*ids), self.stored.of_each(ids), self._open_jobs(ids)
-        return [
+        infos = [
             TenantInfo(
-                id=tenant.id,
-                name=tenant.name,
-                limits=self._with(given),
-                own=list(given or ()),
+                id=tenant.id, name=tenant.name, limits=self._with(given), own=list(given or ()),
                 running=jobs[tenant.id, JobState.RUNNING.value],
                 waiting=jobs[tenant.id, JobState.QUEUED.value] + jobs[tenant.id, JobState.PAUSED.value],
                 tokens_today=today.get(tenant.id, UsedToday()).tokens,
@@ -116,7 +113,8 @@ class Quotas:
                 stored_bytes=stored[tenant.id],
             )
             for tenant, given in rows
-        ]
+        ]  # fmt: skip
+        return [info.with_left(self._slots) for info in infos]
 
     def _open_jobs(self, tenant_ids: Collection[str]) -> Counter[tuple[str, str]]:
         """The number of jobs that have not ended, by tenant and state."""
