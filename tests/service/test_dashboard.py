@@ -209,6 +209,21 @@ def test_tenants_see_their_own_jobs_and_an_admin_all(service: Keyed, browser: Br
         expect(row.locator("[data-label=tenant]")).to_have_text("us")
 
 
+def test_a_colleague_sees_who_submitted_a_job_and_no_buttons_for_it(service: Keyed, browser: Browser) -> None:
+    whose = service.job("ended")["submitter"]
+    service.become(service.admin_key)
+    service.keys["colleague"] = service.key_for("us")
+    service.become(service.keys["us"])
+    for who, buttons in (("colleague", []), ("us", ["Delete"])):
+        with watched(browser, service.url) as page:
+            log_in(page, service, who)
+            expect(page.get_by_role("row", name="ended").locator("[data-label=by]")).to_have_text(whose)
+            open_job(page, "ended", "Events")
+            expect(page.locator("main")).to_contain_text(f"by {whose}")
+            expect(page.locator(".happened")).to_contain_text(f"submitted by {whose}")
+            expect(page.locator(".title button:visible")).to_have_text(["Download", *buttons])
+
+
 # --- a job's life -----------------------------------------------------------------------------------------------------------
 
 
@@ -544,6 +559,32 @@ def test_base_best_and_latest_answer_side_by_side(service: Keyed, page: Page) ->
         talk = page.get_by_role("log", name=re.compile(f"^{name}"))
         expect(talk.locator(".user")).to_have_text(asked)
         expect(talk.locator(".assistant")).to_have_text(answer or "(nothing)")
+
+
+def test_a_shared_adapter_is_listed_and_answers_beside_its_base(service: Keyed, browser: Browser) -> None:
+    share = service.ask("POST", "/v1/shares", json={"name": "ended", "tenant": "them"})
+    with watched(browser, service.url) as page:
+        log_in(page, service, "them")
+        page.get_by_role("link", name="us/ended").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("us/ended")
+        expect(page.locator(".sides > section:visible h3")).to_have_text(
+            ["base · small", "best · us/ended@best", "latest · us/ended@latest"]
+        )
+        page.get_by_label("Message").fill("cab")
+        page.get_by_label("most tokens").fill("8")
+        page.get_by_role("button", name="Send").click()
+        body = {
+            "model": "ended@best",
+            "messages": [{"role": "user", "content": "cab"}],
+            "temperature": 0,
+            "max_tokens": 8,
+        }
+        answer = service.ask("POST", "/v1/chat/completions", json=body)["choices"][0]["message"]["content"]
+        talk = page.get_by_role("log", name="best · us/ended@best")
+        expect(talk.locator(".assistant")).to_have_text(answer or "(nothing)")
+        service.ask("DELETE", f"/v1/shares/{share['id']}")
+        page.reload()
+        expect(page.get_by_role("alert")).to_have_text("us/ended is not shared with you.")
 
 
 @pytest.mark.parametrize("opens", ["<tool_call>", "<call>"])

@@ -5,6 +5,7 @@ import {el, fill, say} from "./dom.js";
 import {jobPage} from "./job.js";
 import {keysPage} from "./keys.js";
 import {overview} from "./overview.js";
+import {sharedPage} from "./shared.js";
 import {submitPage} from "./submit.js";
 
 const top = document.getElementById("top"), main = document.getElementById("main");
@@ -16,7 +17,7 @@ const BACK = "motet.back"; // the page that a sign-in returns to
 const links = {};
 let shown = null, asking = null, signIn = "";
 
-/** #/ · #/job/ID · #/job/ID/TAB · #/new · #/keys */
+/** #/ · #/job/ID · #/job/ID/TAB · #/shared/TENANT/NAME · #/new · #/keys */
 function route() {
   const [, page = "", ...rest] = location.hash.split("/").map(part => { try { return decodeURIComponent(part); } catch { return part; } });
   return {page, rest};
@@ -27,6 +28,7 @@ function show() {
   if (shown?.stays?.(page, rest)) return;
   shown?.stop();
   shown = page === "job" && rest[0] ? jobPage(context, rest[0], rest[1])
+    : page === "shared" && rest[1] && context.may("completions") ? sharedPage(context, rest[0], rest[1])
     : page === "new" && context.may("jobs") ? submitPage(context)
     : page === "keys" && context.may("keys") ? keysPage(context) : overview(context);
   document.title = `${shown.title} · Motet`;

@@ -53,7 +53,7 @@ class Talk {
   }
 }
 
-/** The tab. */
+/** The tab; `job.versions` gives the versions of an adapter that another tenant shares, as those of `versionsOf`. */
 export function chatTab(context, job) {
   const system = job.spec.data?.system || "";
   const talks = {base: new Talk("base", system), best: new Talk("best", system), latest: new Talk("latest", system)};
@@ -66,7 +66,7 @@ export function chatTab(context, job) {
   const status = el("p", {class: "small soft", role: "status"});
   const send = el("button", {class: "primary"}, "Send"), stop = el("button", {type: "button", disabled: true}, "Stop");
   const clear = el("button", {type: "button", class: "plain", onclick: () => Object.values(talks).forEach(talk => talk.clear())}, "Clear");
-  const example = el("button", {type: "button", class: "plain", onclick: fromData}, "A problem from the data");
+  const example = el("button", {type: "button", class: "plain", hidden: Boolean(job.versions), onclick: fromData}, "A problem from the data");
   const form = el("form", {class: "compose card", onsubmit: event => { event.preventDefault(); ask_(); }},
     el("label", {for: "say"}, "Message"), text,
     el("div", {class: "row"}, el("div", {class: "row"}, field("temperature", heat), field("most tokens", most)), el("div", {class: "row"}, example, clear, stop, send)), status);
@@ -90,15 +90,15 @@ export function chatTab(context, job) {
 
   /** Shows the panes that have a model; returns [model, title] by pane. */
   async function models() {
-    const versions = await versionsOf(job.id);
+    const versions = await (job.versions ? job.versions() : versionsOf(job.id));
     const best = versions.find(one => one.best), latest = versions.find(one => one.latest);
     const base = job.base || context.base, same = Boolean(best && latest && best.version === latest.version);
     const note = context.notes[base];
     talks.base.note.hidden = !note;
     say(talks.base.note, note || "");
     const known = {base: [base || "base", `base · ${base}`],
-      best: best && [`${job.id}@${best.version}`, `${same ? "best and latest" : "best"} · version ${best.version}`],
-      latest: latest && !same && [`${job.id}@${latest.version}`, `latest · version ${latest.version}`]};
+      best: best && [best.shared || `${job.id}@${best.version}`, `${same ? "best and latest" : "best"} · ${best.shared || `version ${best.version}`}`],
+      latest: latest && !same && [latest.shared || `${job.id}@${latest.version}`, `latest · ${latest.shared || `version ${latest.version}`}`]};
     for (const [name, model] of Object.entries(known)) {
       talks[name].node.hidden = !model;
       if (model) talks[name].rename(model[1]);

@@ -2,6 +2,7 @@
 import {ask, jobPath, rowsOf} from "./api.js";
 import {Chart, curves, dot, look} from "./charts.js";
 import {add, arrange, choice, el, explain, fill, say} from "./dom.js";
+import {sharedCard} from "./shared.js";
 import {age, count, FINAL, measured, notes, span} from "./words.js";
 
 const STATES = ["running", "queued", "paused", "succeeded", "failed", "cancelled"];
@@ -199,11 +200,11 @@ export function overview({board, base, may}) {
   }}, "Show older jobs");
   const full = el("div", {class: "stack"}, el("h1", {class: "unseen"}, "Jobs"), el("div", {}, stats.node, chart.node), device.node,
     el("section", {class: "card"}, el("div", {class: "head"}, el("h2", {}, "Jobs"), states), el("table", {class: "jobs"}, headRow, body), none, older));
-  const nothing = empty(base, may("jobs")), node = el("div");
+  const nothing = empty(base, may("jobs")), shared = sharedCard(may), node = el("div", {class: "stack"});
 
   function update() {
     const jobs = board.jobs;
-    arrange(node, [jobs.length ? full : nothing]);
+    arrange(node, [jobs.length ? full : nothing, shared]);
     if (!jobs.length) return;
     const more = board.older === null ? "" : "+", number = state => jobs.filter(job => job.state === state).length;
     const states_ = STATES.filter(number).map(state => [state, state, `${number(state)}${FINAL.includes(state) ? more : ""}`]);

@@ -217,7 +217,7 @@ class ShareAnswers:
         """The response for one share."""
         return Share(
             id=one.share.id, name=one.name, owner=one.owner, tenant=one.tenant, models=self._models(one),
-            created=one.share.created,
+            created=one.share.created, base=self._adapters.bases.shown(one.base),
         )  # fmt: skip
 
     def _models(self, one: Shared) -> list[str]:

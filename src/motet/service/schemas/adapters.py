@@ -59,6 +59,8 @@ class Share(Answer):
     """
     created: float
     """Unix seconds."""
+    base: str | None = None
+    """Its base, if the service has several."""
 
 
 class Shares(Answer):
