@@ -75,7 +75,7 @@ def test_a_person_keeps_their_account_when_they_sign_in_again(team: House) -> No
 
 # --- who may change it ------------------------------------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[2] / "docs" / "service.md"
+PAGE = Path(__file__).parents[2] / "docs" / "keys.md"
 TABLE = PAGE.read_text().partition("\n## Who may do what\n")[2].partition("\n## ")[0]
 CHANGES = set(re.findall(r"`(POST|PATCH|DELETE) (/v1/[^`]+)`", TABLE))
 """What the page says that only submitters and admins may ask."""
