@@ -129,11 +129,17 @@ def test_names_of_installed_modules_are_not_followed(project: Path) -> None:
 
 
 def test_rewards_of_an_operator_and_code_in_arguments_count(project: Path) -> None:
-    environment = f"{{name: skyrl_gym, args: {{env: '{project / 'game.py'}:Game'}}}}"
-    text = f"base: small\njobs: [{{name: a, data: 'toy:add', reward: polite, environment: {environment}}}]\n"
+    """But no argument on a service: a tenant's would tell what the server's files hold."""
+    named = f"'{project / 'game.py'}:Game'"
+    text = (
+        f"base: small\njobs: [{{name: a, data: 'toy:add', reward: {{name: exact, args: {{x: {named}}}}}, "
+        f"environment: {{name: skyrl_gym, args: {{env: {named}}}}}}}]\n"
+    )
     config = parse_jobs(text, "jobs.yaml", directory=project).jobs[0]
-    code = of_config(config, {"polite": f"{project / 'rewards.py'}:score"})["code"]
-    assert {"game.py", "rewards.py", "util.py"} < set(code)
+    assert set(of_config(config)["code"]) == {"game.py"}
+    assert set(of_config(config, {"exact": f"{project / 'rewards.py'}:score"})["code"]) == {
+        "rewards.py", "util.py", "package/__init__.py", "package/late.py", "package/deep.py"
+    }  # fmt: skip
 
 
 def test_code_that_cannot_be_followed_is_said(project: Path) -> None:

@@ -238,8 +238,8 @@ class HostProcess:
     def _prepared(self, message: m.AddJob, room: float, charge: Callable[[float], None]) -> Job:
         """A job that has done a step keeps what it began with, whatever it takes. Runs in a thread."""
         start, config = self._start, JobConfig.model_validate(message.job)
-        installed = {name: str(one["target"]) for name, one in start.rewards.items()}
-        given = Given(config, self.directory.job(config.name), installed)
+        installed = {name: str(reward["target"]) for name, reward in start.rewards.items()}
+        given = Given(config, self.directory.job(config.name), None if start.own_jobs else installed)
         endless = start.own_jobs or given.newest is not None
         with (Pace(seconds=math.inf) if endless else Pace(room)).kept(charge):
             sources = Sources(None if start.own_jobs else OF_A_JOB)

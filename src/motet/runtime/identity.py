@@ -29,7 +29,10 @@ _OWN_CODE = re.compile(r"[^\s:]+\.py:[\w.]+")
 
 
 def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The part that is known before anything is loaded; `installed` maps an operator's rewards to their functions."""
+    """The part that is known before anything is loaded.
+
+    `installed` maps the rewards of a service's operator to their functions; None if the job runs for its owner.
+    """
     job = config.model_dump(mode="json", exclude={"checkpoint", "priority", "budget", "stop_when"})
     if not config.team:
         del job["team"]  # directories and receipts of other jobs stay as they are
@@ -56,7 +59,7 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
     job["rewards"] = [without_spending(masked(reward)) for reward in job["rewards"]]  # another password is no other job
     for reward in job["rewards"]:
         reward.pop("code", None)  # its statements are below
-    own = _own_code(config, installed or {})
+    own = _own_code(config, installed)
     entries = own.entries()
     unknown = {NOT_FOLLOWED: own.not_followed} if own.not_followed else {}
     return {
@@ -116,7 +119,7 @@ def _learned(
     )
 
 
-def _own_code(config: JobConfig, installed: Mapping[str, str]) -> CodeSums:
+def _own_code(config: JobConfig, installed: Mapping[str, str] | None) -> CodeSums:
     """The project's own code for rewards, environment and algorithm."""
     own = CodeSums()
     for reward in config.rewards:
@@ -125,10 +128,11 @@ def _own_code(config: JobConfig, installed: Mapping[str, str]) -> CodeSums:
         elif reward.code is not None:
             own.add_text(reward.name, reward.code)
         else:
-            own.add(installed.get(reward.name, reward.name))
+            own.add((installed or {}).get(reward.name, reward.name))
     own.add(config.environment.name)
     own.add(config.algorithm.type)
-    for args in (config.environment.args, *(reward.args for reward in config.rewards)):
+    given = () if installed is not None else (config.environment.args, *(reward.args for reward in config.rewards))
+    for args in given:  # a tenant's would read the server's files
         for value in args.values():
             if isinstance(value, str) and _OWN_CODE.fullmatch(value):
                 own.add(value)
