@@ -418,7 +418,7 @@ def test_usage_of_a_base_is_told_under_the_name_that_it_has(tmp_path: Path) -> N
         assert [(one["kind"], one["base"]) for one in everybody if not one["tenant"]] == [
             ("idle", "math"), ("idle", "small"),
         ]  # fmt: skip
-        assert house.ask("GET", "/v1/usage?format=csv").text.splitlines()[0].endswith(",base")
+        assert house.ask("GET", "/v1/usage?format=csv").text.splitlines()[0].endswith(",base,submitter,account")
 
 
 @pytest.mark.slow
