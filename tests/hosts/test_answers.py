@@ -570,4 +570,4 @@ def test_tenants_take_turns_at_the_examination_of_their_uploads(base: Any, train
 
     asyncio.run(scenario())
     order = [message.key for message in sent if isinstance(message, AdapterExamined)]
-    assert order.index(99) <= 1, order
+    assert order.index(99) <= 2, order  # behind the one that ran, and perhaps the next, which was asked for before
