@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import csv
 import io
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sqlalchemy import delete
+from sqlalchemy import text as sql
 
 from motet.chat.completer import whole
 from motet.client import Client
@@ -28,7 +30,7 @@ from motet.hosts.messages import Answer, Complete, ExamineAdapter, HostReady, Pr
 from motet.runtime.journal import Done
 from motet.runtime.slots import Rule
 from motet.service.answers import Asks, ask
-from motet.service.database.store import Store
+from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import Key
 from motet.service.events import EventBus
 from motet.service.http.auth import RateLimit
@@ -239,6 +241,34 @@ def test_usage_is_told_by_key_and_sums_to_that_of_the_tenant(store: Store) -> No
     store.delete_job(sort.id)
     assert ledger.window("e", 4, {sort.id: 7})
     assert {round(1e6 * one.device_seconds) for one in ledger.page(None, ["job", "key"])[0] if one.job} == {500_007}
+
+
+def test_tokens_that_wait_for_the_database_weigh_once(tmp_path: Path) -> None:
+    """The device time of completions is divided by tokens, also if these could not be stored at first."""
+    with contextlib.closing(Store(f"sqlite:///{tmp_path / 'service.db'}")) as store:
+        _weigh_once(store)
+
+
+def _weigh_once(store: Store) -> None:
+    ledger = Ledger(store)
+    ann, bob = (store.tenants.who(store.tenants.create_key("us", name, "member")[1]) for name in ("ann", "bob"))
+    assert ann is not None
+    assert bob is not None
+    ledger.count_completion(ann.tenant_id, "", 10, 20, ann.account or "")
+    for before, after in (("usage", "away"), ("away", "usage")):
+        with store.transaction() as session:
+            session.execute(sql(f"ALTER TABLE {before} RENAME TO {after}"))
+        if after == "away":
+            with pytest.raises(AWAY):
+                ledger.flush()
+    ledger.count_completion(bob.tenant_id, "", 10, 20, bob.account or "")
+    ledger.flush()
+    assert ledger.window("e", 1, {f"answers/{ann.tenant_id}": 1_000_000})
+    lines = ledger.page(None, ["key"])[0]
+    assert {(one.submitter, one.tokens_sampled, one.device_seconds) for one in lines} == {
+        ("ann", 20, 0.5),
+        ("bob", 20, 0.5),
+    }
 
 
 def test_many_writers_at_once_lose_nothing_of_the_ledger(store: Store) -> None:

@@ -165,9 +165,12 @@ class Ledger:
     def count_completion(self, tenant_id: str, base: str, prompt: int, sampled: int, account: str = "") -> None:
         """Count tokens of a completion until `flush` stores them."""
         with self._counting:
-            before = self._counted.get((tenant_id, base, account), (0, 0))
-            self._counted[tenant_id, base, account] = (before[0] + prompt, before[1] + sampled)
+            self._count((tenant_id, base, account), prompt, sampled)
             self._weights.setdefault((tenant_id, base), ({"": 1}, Counter()))[1][account] += prompt + sampled
+
+    def _count(self, owner: tuple[str, str, str], prompt: int, sampled: int) -> None:
+        before = self._counted.get(owner, (0, 0))
+        self._counted[owner] = (before[0] + prompt, before[1] + sampled)
 
     def count_cpu(self, tenant_id: str, seconds: float) -> None:
         """Count CPU time of a tenant's graders until `flush` stores it."""
@@ -198,14 +201,10 @@ class Ledger:
                 cpu = [((tenant, "", "", "", ""), {"cpu_microseconds": graded[tenant]}) for tenant in sorted(graded)]
                 self._add(session, cpu)
         except AWAY:
-            with self._counting:
+            with self._counting:  # kept for the next call, when the database may be back; their weights are counted
                 self._graded.update(graded)
-            for (
-                tenant,
-                base,
-                account,
-            ), tokens in counted.items():  # kept for the next call, when the database may be back
-                self.count_completion(tenant, base, *tokens, account)
+                for owner, tokens in counted.items():
+                    self._count(owner, *tokens)
             raise
 
     def used_today(self, *tenants: str) -> dict[str, UsedToday]:
