@@ -348,7 +348,8 @@ class Device:
         self.turns.come({call.payer.tenant for call in self._calls}, _CALLS)
         if not self._calls:
             return None
-        soon = [call for call in self._calls if call.light and self.turns.ahead(call.payer.tenant, _CALLS) <= LEAD]
+        most = LEAD + min(self.turns.had(call.payer.tenant) for call in self._calls)
+        soon = [call for call in self._calls if call.light and self.turns.had(call.payer.tenant) <= most]
         first = min(soon or self._calls, key=lambda call: self.turns.had(call.payer.tenant))
         ahead = self.turns.ahead(first.payer.tenant, DECODES)
         if working and not soon and (ahead > SLACK or (owed > 0 and ahead >= -SLACK)):
