@@ -86,11 +86,8 @@ def ls(
         newest = client.jobs(state)
         listed = list(itertools.islice(newest, limit or None))
         more = bool(limit) and next(newest, None) is not None
-    based, named, owned = (
-        any(job.base for job in listed),
-        any(job.submitter for job in listed),
-        any(map(owner_of, listed)),
-    )
+    based, named = any(job.base for job in listed), any(job.submitter for job in listed)
+    owned = any(map(owner_of, listed))
     rows = [job_cells(job, based=based, named=named, owned=owned) for job in listed]
     headings = "job, state, >steps, >reward, best, >age" + ", base" * based + ", by" * named + ", tenant" * owned
     print_answer(listed, as_json, table(rows, headings, empty="no jobs", folds=("job", "by")))

@@ -25,6 +25,7 @@ from motet.core.suggestions import close_matches
 
 SEED_BITS = 48
 LONGEST_CODE = 64_000
+"""Characters of a reward's file that is sent with a job."""
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}")
 
 

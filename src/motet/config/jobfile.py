@@ -87,12 +87,9 @@ def _read_service(path: Path) -> ServiceConfig:
         tree = {name: value for name, value in tree.items() if name != "takeover_seconds"}
     refuse(list(unknown_fields(tree, ServiceConfig).values()), str(path))
     config = check_fields(ServiceConfig, tree, str(path))
-    rewards = {
-        **config.rewards,
-        **{
-            name: one.model_copy(update={"function": _resolve_code(one.function, path.parent)})
-            for name, one in config.installed.items()
-        },
+    rewards = config.rewards | {
+        name: reward.model_copy(update={"function": _resolve_code(reward.function, path.parent)})
+        for name, reward in config.installed.items()
     }
     bases = {
         name: one.model_copy(update={"base": _full_base(one.base, path.parent)}) for name, one in config.bases.items()

@@ -236,9 +236,8 @@ def load(first: m.LoadRewards) -> tuple[m.RewardsLoaded, Callable[[m.ScoreComple
     Raises RewardError if one cannot be loaded, WallError if it has to be loaded behind a wall and there is none.
     """
     sys.path[:] = first.import_path
-    rewards = (
-        (_load_sent if first.of_others else _load)(first) if first.rewards else []
-    )  # Motet's come with their calls
+    load_own = _load_sent if first.of_others else _load
+    rewards = load_own(first) if first.rewards else []  # those of Motet come with their calls
     limits = WorkerLimits()
     if first.walled and not rewards:
         wall.enter(_SHARED_MB)
